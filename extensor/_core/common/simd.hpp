@@ -68,19 +68,34 @@ INLINE vf load_part(const float* p, int n) {
 #endif
 }
 
-// Lanes begin to end - 1 (0 <= begin < end <= VL); zero in the others, which are not read.
-INLINE vf load_between(const float* p, int begin, int end) {
+// Lanes begin to end - 1 (0 <= begin < end <= VL). Loads give zero in the others, and do not read
+// them.
 #if defined(__AVX512F__)
-    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << end) - (1u << begin)), p);
-#elif defined(__AVX2__)
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
-    return _mm256_maskload_ps(p, reinterpret_cast<__m256i>((lane >= begin) & (lane < end)));
-#else
-    vf v = {};
-    for (int i = begin; i < end; ++i) v[i] = p[i];
-    return v;
-#endif
+using Lanes = __mmask16;
+INLINE Lanes lanes_between(int begin, int end) {
+    return static_cast<Lanes>((1u << end) - (1u << begin));
 }
+INLINE vf load_lanes(const float* p, Lanes lanes) { return _mm512_maskz_loadu_ps(lanes, p); }
+#elif defined(__AVX2__)
+using Lanes = vi;
+INLINE Lanes lanes_between(int begin, int end) {
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    return (lane >= begin) & (lane < end);
+}
+INLINE vf load_lanes(const float* p, Lanes lanes) {
+    return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(lanes));
+}
+#else
+struct Lanes {
+    int begin, end;
+};
+INLINE Lanes lanes_between(int begin, int end) { return {begin, end}; }
+INLINE vf load_lanes(const float* p, Lanes lanes) {
+    vf v = {};
+    for (int i = lanes.begin; i < lanes.end; ++i) v[i] = p[i];
+    return v;
+}
+#endif
 
 INLINE void store_part(float* p, vf v, int n) {
 #if defined(__AVX512F__)

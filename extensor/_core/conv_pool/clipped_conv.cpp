@@ -30,12 +30,9 @@ void grad_x(const Conv& s, const PatchQuant& q, const float* g, const float* w, 
         float* image = gx + n * s.c * s.h * s.w;
         std::memset(image, 0, static_cast<size_t>(s.c * s.h * s.w) * 4);
         visit_image(s, p, n, x, [&](float* patches, int64_t first, int64_t count) {
-            for (int64_t o = 0; o < s.o; ++o) {
-                rows[o] = o * count;
-                std::memcpy(gradients + o * count, g + (o * s.n + n) * p.pixels + first,
-                            static_cast<size_t>(count) * 4);
-            }
-            weights.multiply(0, {gradients, rows, s.o, count}, zeros, values, count);
+            const TapRows m = weights.rows(g + n * p.pixels + first, s.n * p.pixels, count,
+                                           g + s.o * s.n * p.pixels, rows, gradients);
+            weights.multiply(0, m, zeros, values, count);
             QuantJob job = patch_job(patches, values, 1, p.taps, count, q.tile_length);
             job.padded = q.padded;
             if (q.per_tensor) job.known = &whole, job.tile_length = q.padded;

@@ -138,12 +138,9 @@ void grad_x_by_patches(const Conv& s, const float* g, const float* w, float* gx)
         std::memset(image, 0, static_cast<size_t>(ins * s.h * s.w) * 4);
         for (int64_t first = 0; first < p.pixels; first += kColumns) {
             const int64_t count = least(kColumns, p.pixels - first);
-            for (int64_t o = 0; o < outs; ++o) {
-                rows[o] = o * count;
-                std::memcpy(gradients + o * count, from + o * p.pixels + first,
-                            static_cast<size_t>(count) * 4);
-            }
-            weights.multiply(group, {gradients, rows, outs, count}, zeros, values, count);
+            const TapRows m = weights.rows(from + first, p.pixels, count, g + s.n * s.o * p.pixels,
+                                           rows, gradients);
+            weights.multiply(group, m, zeros, values, count);
             add_patches(p, first, count, values, image);
         }
     });

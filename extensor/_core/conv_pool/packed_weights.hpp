@@ -32,6 +32,19 @@ struct PackedWeights {
         if (factor == 0) words = nullptr;
     }
 
+    // Rows of `count` pixels, `stride` floats apart in an array up to `end`. Copied where whole
+    // vectors end beyond it, or where all outputs read them, which want them close together.
+    TapRows rows(const float* from, int64_t stride, int64_t count, const float* end,
+                 int64_t* offset, float* copy) const {
+        const bool in_place = words && from + (taps - 1) * stride + round_up(count, VL) <= end;
+        for (int64_t t = 0; t < taps; ++t) {
+            offset[t] = t * (in_place ? stride : count);
+            if (!in_place)
+                std::memcpy(copy + t * count, from + t * stride, static_cast<size_t>(count) * 4);
+        }
+        return {in_place ? from : copy, offset, taps, count};
+    }
+
     // out (o, pixels) = bias + a group's weights times m, as `multiply` in lowered_images.hpp.
     void multiply(int64_t group, const TapRows& m, const float* bias, float* out,
                   int64_t out_stride) const {

@@ -1,8 +1,7 @@
 // The gradient that a clipping quantizer passes on: of blocks that run columnwise, see
 // `clipped_gradient` in extensor/quant/reference.py, and what a mask lets through of rows.
 
-#include "quantize/hadamard.hpp"
-#include "quantize/quantize.hpp"
+#include "quantize/column_tiles.hpp"
 
 namespace EXTENSOR_ISA {
 namespace {
@@ -57,51 +56,58 @@ void straight_through(const ClippedRows& job) {
 
 void clip_gradient(const QuantPlan& plan, QuantJob& job) {
     const Call call(plan, {}, job);
-    const int64_t tile = job.tile_length, padded = job.padded, stride = job.inner;
+    const int64_t tile = job.tile_length, stride = job.inner;
     const int size = plan.hadamard;
-    float* panel = scratch_of<float>(Slot::values, padded * VL);
-    for (int64_t j = 0; j < stride; j += VL) {
-        const int64_t lanes = stride - j;
-        const float* x = static_cast<const float*>(job.x) + j;
-        float* gradient = job.values + j;
-        const auto value = [&](int64_t i) {
-            return i < job.length ? load_upto(x + i * stride, lanes) : vf{};
-        };
-        if (!size)
-            for (int64_t i = 0; i < padded; ++i) store(panel + i * VL, value(i));
-        for (int64_t at = 0; size && at < padded; at += size)
-            transform_rows(
-                size, panel + at * VL, VL, [&](int i) { return value(at + i) * plan.signs[i]; },
-                [&](int i, vf v) { store(panel + (at + i) * VL, v); });
-        for (int64_t start = 0; start < padded; start += tile) {
-            const int64_t rows = least(tile, padded - start);
-            const float* block = panel + start * VL;
-            vu statistic = {};
-            for (int64_t i = 0; i < rows; ++i)
-                statistic = larger(statistic, magnitude_bits(load(block + i * VL)));
-            if (job.known)
-                statistic = splat(job.known[0]);
-            else if (chooses(plan))
-                statistic = chosen_statistic(call, block, rows, VL, statistic,
-                                             splat(static_cast<float>(rows)));
-            const vf limit = splat(call.scaler.grid.top) * call.scaler.of(statistic).decode *
-                             call.scaler.tensor_scale;
-            for (int64_t i = start; i < start + rows; ++i) {  // the panel's values become gradients
-                float* at = panel + i * VL;
-                const vi inside = float_of(magnitude_bits(load(at))) <= limit;
-                const vf g = load_upto(gradient + i * stride, lanes);
-                store(at, float_of(bits_of(g) & reinterpret_cast<vu>(inside)));
+    int64_t unit = tile;  // whole blocks and whole transforms
+    while (size && unit % size) unit += tile;
+    float* panel = scratch_of<float>(Slot::values, unit * kTileColumns);
+    for (int64_t start = 0; start < job.padded; start += unit) {
+        const int64_t rows = least(unit, job.padded - start);
+        const int64_t real = most(0, least(rows, job.length - start));
+        for (int64_t j = 0; j < stride; j += kTileColumns) {
+            const int64_t lanes = least(kTileColumns, stride - j), vectors = ceil_div(lanes, VL);
+            const float* x = static_cast<const float*>(job.x) + start * stride + j;
+            float* gradient = job.values + start * stride + j;
+            size ? fill_transformed(plan, x, stride, real, rows, lanes, panel)
+                 : fill_rows(x, stride, real, lanes, panel);
+            if (!size)
+                std::memset(panel + real * kTileColumns, 0,
+                            static_cast<size_t>((rows - real) * kTileColumns) * 4);
+            for (int64_t first = 0; first < rows; first += tile) {
+                const int64_t count = least(tile, rows - first);
+                float* block = panel + first * kTileColumns;
+                vu m[4];
+                column_maxima(block, count, vectors, m);
+                if (job.known)
+                    for (vu& v : m) v = splat(job.known[0]);
+                else if (chooses(plan))
+                    choose_statistics(call, block, count, kTileColumns, vectors,
+                                      splat(static_cast<float>(count)), m);
+                for (int64_t k = 0; k < vectors; ++k) {
+                    const vf limit = splat(call.scaler.grid.top) * call.scaler.of(m[k]).decode *
+                                     call.scaler.tensor_scale;
+                    const int left = static_cast<int>(least(VL, lanes - k * VL));
+                    const float* from = gradient + first * stride + k * VL;
+                    float* at = block + k * VL;  // its values become gradients
+                    for (int64_t i = 0; i < count; ++i, at += kTileColumns, from += stride) {
+                        const vi inside = float_of(magnitude_bits(load(at))) <= limit;
+                        store(at, float_of(bits_of(load_part(from, left)) &
+                                           reinterpret_cast<vu>(inside)));
+                    }
+                }
+            }
+            for (int64_t k = 0; k < lanes; k += VL) {
+                float *at = panel + k, *to = gradient + k;
+                const int left = static_cast<int>(least(VL, lanes - k));
+                for (int64_t i = 0; !size && i < rows; ++i)
+                    store_part(to + i * stride, load(at + i * kTileColumns), left);
+                for (int64_t i = 0; size && i < rows;
+                     i += size, at += size * kTileColumns, to += size * stride)
+                    transform_rows(
+                        size, at, kTileColumns, [&](int r) { return load(at + r * kTileColumns); },
+                        [&](int r, vf v) { store_part(to + r * stride, v * plan.signs[r], left); });
             }
         }
-        if (!size)
-            for (int64_t i = 0; i < padded; ++i)
-                store_upto(gradient + i * stride, load(panel + i * VL), lanes);
-        for (int64_t at = 0; size && at < padded; at += size)
-            transform_rows(
-                size, panel + at * VL, VL, [&](int i) { return load(panel + (at + i) * VL); },
-                [&](int i, vf v) {
-                    store_upto(gradient + (at + i) * stride, v * plan.signs[i], lanes);
-                });
     }
 }
 

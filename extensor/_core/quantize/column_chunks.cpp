@@ -120,14 +120,15 @@ void round_chunk(const Call& call, const ColumnChunk& p, const Scales (&s)[4], R
     const Round round(call);
     LaneCounts counted = counted_out;
     const float* column_tile = p.column_tile.widened(p.rows);
+    const int64_t rows = p.real, stride = job.inner;
     float* to =
-        job.values + (p.image * job.padded + p.tile * job.tile_length + p.offset) * job.inner + p.j;
+        job.values + (p.image * job.padded + p.tile * job.tile_length + p.offset) * stride + p.j;
     for (int64_t k = 0; k < p.vectors(); ++k) {
         const float* x = column_tile + k * VL;
         float* out = to + k * VL;
         const auto block = round.block(s[k].apply, s[k].decode);
         const int64_t lanes = p.lanes - k * VL;
-        for (int64_t i = 0; i < p.real; ++i, x += kTileColumns, out += job.inner) {
+        for (int64_t i = 0; i < rows; ++i, x += kTileColumns, out += stride) {
             const vu word = Words ? words(i, static_cast<int>(k)) : vu{};
             const vf value = round(load(x), word, block, counted);
             if (lanes >= VL)
@@ -198,7 +199,7 @@ void encode_chunk(const Call& call, const ColumnChunk& p, const vu (&amax)[4],
             const vf largest =
                 (Divide ? top / s[k].apply : top * s[k].apply) * call.plan.element_scale;
             bounded &= reinterpret_cast<vu>(Words ? largest <= grid.top : largest < grid.limit);
-            moderate &= is_moderate(amax[k], s[k].decode);
+            moderate &= is_moderate(call.plan, amax[k], s[k].decode);
         }
         if (has_plain_values<Divide>(call) && all_lanes(numbers))
             return for_plain_values<Words, Divide>(

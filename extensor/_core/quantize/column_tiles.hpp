@@ -106,18 +106,23 @@ inline void transform_columns(const QuantPlan& plan, int64_t rows, float* column
 inline void fill_transformed(const QuantPlan& plan, const float* x, int64_t stride, int64_t real,
                              int64_t rows, int64_t lanes, float* column_tile) {
     const int size = plan.hadamard;
-    if (lanes < kTileColumns || real < rows)
-        std::memset(column_tile, 0, static_cast<size_t>(rows * kTileColumns) * 4);
-    for (int64_t i = 0; i < rows && real > 0; i += size, x += size * stride, real -= size) {
-        float* to = column_tile + i * kTileColumns;
-        for (int64_t j = 0; j < lanes; j += VL) {
-            const auto row = [&](int r) {
-                return (r < real ? load_upto(x + r * stride + j, lanes - j) : vf{}) * plan.signs[r];
-            };
-            transform_rows(size, to + j, kTileColumns, row,
-                           [&](int r, vf v) { store(to + j + r * kTileColumns, v); });
+    static const float kZeros[kTileColumns] = {};
+    const float* at[128];  // rows: a branch for each would keep values from registers
+    for (; rows > 0 && real > 0; rows -= size, real -= size) {
+        for (int r = 0; r < size; ++r, x += stride) at[r] = r < real ? x : kZeros;
+        int64_t j = 0;
+        for (; j < lanes; j += VL, column_tile += VL) {
+            const int count = static_cast<int>(least(VL, lanes - j));
+            transform_rows(
+                size, column_tile, kTileColumns,
+                [&](int r) { return load_part(at[r] + j, count) * plan.signs[r]; },
+                [&](int r, vf v) { store(column_tile + r * kTileColumns, v); });
         }
+        for (; j < kTileColumns; j += VL, column_tile += VL)
+            for (int r = 0; r < size; ++r) store(column_tile + r * kTileColumns, vf{});
+        column_tile += (size - 1) * kTileColumns;
     }
+    if (rows > 0) std::memset(column_tile, 0, static_cast<size_t>(rows * kTileColumns) * 4);
 }
 
 // ---- maxima of columns ----

@@ -162,10 +162,8 @@ void quantize_columns(Call& call) {
                 spread_over_groups(m, job.tile_rows);
             }
             if (chosen)
-                for (int64_t k = 0; k < p.vectors(); ++k)
-                    m[k] = chosen_statistic(call, p.column_tile.widened(p.real) + k * VL, p.real,
-                                            kTileColumns, m[k],
-                                            splat(static_cast<float>(most(p.real, 1))));
+                choose_statistics(call, p.column_tile.widened(p.real), p.real, kTileColumns,
+                                  p.vectors(), splat(static_cast<float>(most(p.real, 1))), m);
             encode(call, p, m, prefetch, counted);
         });
     totals.finish(call);

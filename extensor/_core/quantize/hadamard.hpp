@@ -74,20 +74,22 @@ template <class Load, class Store>
 INLINE void transform_rows(int size, float* panel, int64_t stride, Load load_row, Store store_row) {
     constexpr int kFirst = 16;  // rows that registers hold
     const vf scale = hadamard_scale(size);
-    for (int i = 0; i < size; i += kFirst) {
+    float* to = panel;
+    for (int i = 0; i < size; i += kFirst, to += kFirst * stride) {
         vf v[kFirst];
 #pragma GCC unroll 16
         for (int k = 0; k < kFirst; ++k) v[k] = load_row(i + k);
         butterflies(v);
 #pragma GCC unroll 16
         for (int k = 0; k < kFirst; ++k)
-            size == kFirst ? store_row(k, v[k] * scale) : store(panel + (i + k) * stride, v[k]);
+            size == kFirst ? store_row(k, v[k] * scale) : store(to + k * stride, v[k]);
     }
     for (int s = kFirst; s < size; s *= 2) {
         const bool last = 2 * s == size;
-        for (int i = 0; i < size; i += 2 * s) {
-            for (int j = i; j < i + s; ++j) {
-                float *low = panel + j * stride, *high = low + s * stride;
+        float* low = panel;
+        for (int i = 0; i < size; i += 2 * s, low += s * stride) {
+            for (int j = i; j < i + s; ++j, low += stride) {
+                float* high = low + s * stride;
                 const vf a = load(low), b = load(high);
                 last ? store_row(j, (a + b) * scale) : store(low, a + b);
                 last ? store_row(j + s, (a - b) * scale) : store(high, a - b);

@@ -111,6 +111,40 @@ struct PowerValues {
     }
 };
 
+#if EXTENSOR_LANES == 16
+// The same at random, and times an element scale, where nothing saturates.
+template <bool Scaled>
+struct RandomPowerValues {
+    struct Block {
+        vu lowest;  // the exponent field of the least normal value
+    };
+
+    const uint32_t lowest, mantissa_bits;
+    const vf element_scale;
+
+    explicit RandomPowerValues(const Call& call)
+        : lowest(call.scaler.grid.lowest - (127u << 23)),
+          mantissa_bits(static_cast<uint32_t>(call.scaler.grid.mantissa_bits)),
+          element_scale(splat(call.plan.element_scale)) {}
+
+    INLINE Block block(vf, vf decode) const { return {bits_of(decode) + lowest}; }
+
+    // As rounded_magnitude: the word's part of the spacing is taken away, the rest rounded up by an
+    // addition whose last place is the spacing, also where the rest is below zero.
+    INLINE vf operator()(vf x, vu word, const Block& b, LaneCounts& counted) const {
+        const vf y = Scaled ? x * element_scale : x;
+        const vu exponent = larger(bits_of(y) & kExponentMask, b.lowest);
+        const vf anchor = float_of(exponent + (((23u - mantissa_bits) << 23) | 0x400000u));
+        const vf part = float_of(exponent - ((32u + mantissa_bits) << 23));
+        const __m512 rest = _mm512_fnmadd_round_ps(rounded_down(word), part,
+                                                   float_of(bits_of(y) & kMagnitude), kUp);
+        const vf value = with_sign(_mm512_add_round_ps(rest, anchor, kUp) - anchor, y);
+        count_flushed(x, value, counted);
+        return value;
+    }
+};
+#endif
+
 // Whether a call's blocks of numbers are rounded this way.
 template <bool Divide>
 INLINE bool has_plain_values(const Call& call) {
@@ -129,6 +163,12 @@ INLINE void for_plain_values(const Call& call, bool bounded, bool moderate, Body
             moderate && !scaled)
             return within ? body.template operator()<PowerValues<true>>()
                           : body.template operator()<PowerValues<false>>();
+#if EXTENSOR_LANES == 16
+    if constexpr (Words && !Divide)
+        if (call.plan.stochastic && call.plan.scale == Scale::e8m0 && moderate && within)
+            return scaled ? body.template operator()<RandomPowerValues<true>>()
+                          : body.template operator()<RandomPowerValues<false>>();
+#endif
     const auto with = [&]<Factors Which>() {
         within ? body.template operator()<PlainValues<Words, Divide, true, Which>>()
                : body.template operator()<PlainValues<Words, Divide, false, Which>>();

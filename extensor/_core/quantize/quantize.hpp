@@ -114,9 +114,10 @@ INLINE vu is_plain(const Scales& s, vu amax, float tensor_scale, const Grid& gri
 }
 
 // Blocks whose values, scales and what they are added to lie far within float32's normal numbers.
-INLINE vu is_moderate(vu amax, vf decode) {
-    return reinterpret_cast<vu>((float_of(amax) < 0x1p60f) & (decode > 0x1p-60f) &
-                                (decode < 0x1p60f));
+// At random the smallest values matter, too: no scale divides them.
+INLINE vu is_moderate(const QuantPlan& plan, vu amax, vf decode) {
+    const float top = plan.stochastic ? 2.0f : 0x1p60f;
+    return reinterpret_cast<vu>((float_of(amax) < 0x1p60f) & (decode > 0x1p-60f) & (decode < top));
 }
 
 // The scales of `total` tiles as arrays, in the thread's scratch, from their statistics.
@@ -227,10 +228,11 @@ auto specialize(const Call& call, Body body) {
 // searched_scales.cpp.
 void finish_statistics(Call& call, const Totals& totals, int64_t whole);
 
-// The statistics of VL blocks, one a lane, of `count` values and largest magnitudes `amax`, by a
-// rule that chooses; their positions are `stride` floats apart, zero beyond a block's end.
-vu chosen_statistic(const Call& call, const float* x, int64_t positions, int64_t stride, vu amax,
-                    vf count);
+// The statistics of `vectors` times VL blocks, one a lane, of `count` values, by a rule that
+// chooses, in the place of their largest magnitudes. Positions are `stride` floats apart, zero
+// beyond a block's end.
+void choose_statistics(const Call& call, const float* x, int64_t positions, int64_t stride,
+                       int64_t vectors, vf count, vu* statistics);
 
 // The same for `whole` maxima under QuantPlan::eden; see eden.cpp.
 void eden_scales(const Call& call, uint32_t* maxima, int64_t whole);

@@ -59,10 +59,12 @@ constexpr int kUp = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
 
 // s - w, w = word / 2**32 in [0, 1), whose ceiling is floor(s) + (frac(s) > w). Rounding w down to
 // a float keeps the comparison, as frac(s) is a float; rounding s - w up keeps the ceiling.
+INLINE vf rounded_down(vu word) {
+    return _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(word),
+                                    _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
 INLINE vf less_word(vf s, vu word) {
-    const __m512 w = _mm512_cvt_roundepu32_ps(reinterpret_cast<__m512i>(word),
-                                              _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    return _mm512_fnmadd_round_ps(w, _mm512_set1_ps(0x1p-32f), s, kUp);
+    return _mm512_fnmadd_round_ps(rounded_down(word), _mm512_set1_ps(0x1p-32f), s, kUp);
 }
 #endif
 

@@ -49,7 +49,7 @@ ScaleArrays::ScaleArrays(const Call& call, const uint32_t* maxima, int64_t total
                            call.plan.element_scale;
         all_bounded &= reinterpret_cast<vu>(largest < grid.limit);
         all_within &= reinterpret_cast<vu>(largest <= grid.top);
-        all_moderate &= is_moderate(amax, s.decode);
+        all_moderate &= is_moderate(call.plan, amax, s.decode);
         store(arrays, s.apply);
         store(arrays + room, s.decode);
         store(arrays + 2 * room, float_of(s.live));
@@ -127,7 +127,8 @@ vu choose_whole(const Call& call, const float* x, vu amax) {
         transpose(v);
         for (int l = 0; l < VL; ++l) store(panel + (k + l) * VL, v[l]);
     }
-    return chosen_statistic(call, panel, tile, VL, amax, splat(static_cast<float>(tile)));
+    choose_statistics(call, panel, tile, VL, 1, splat(static_cast<float>(tile)), &amax);
+    return amax;
 }
 
 void choose_in_chunk(const Call& call, Values v, const RowChunk& p, uint32_t* maxima) {
@@ -140,7 +141,7 @@ void choose_in_chunk(const Call& call, Values v, const RowChunk& p, uint32_t* ma
         for (int64_t t = 0; t < p.tiles; t += VL) {
             const int64_t lanes = least(VL, p.tiles - t);
             float* to = reinterpret_cast<float*>(maxima + t);
-            const vu amax = bits_of(load_upto(to, lanes));
+            vu amax = bits_of(load_upto(to, lanes));
             if (tile % VL == 0 && (t + VL) * tile <= v.padded) {
                 store(to, float_of(choose_whole(call, v.x + t * tile, amax)));
                 continue;
@@ -152,7 +153,8 @@ void choose_in_chunk(const Call& call, Values v, const RowChunk& p, uint32_t* ma
                 count[l] = static_cast<float>(real);
                 for (int64_t k = 0; k < real; ++k) panel[k * VL + l] = v.x[(t + l) * tile + k];
             }
-            store_upto(to, float_of(chosen_statistic(call, panel, tile, VL, amax, count)), lanes);
+            choose_statistics(call, panel, tile, VL, 1, count, &amax);
+            store_upto(to, float_of(amax), lanes);
         }
     }
 }

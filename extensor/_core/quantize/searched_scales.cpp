@@ -177,25 +177,31 @@ vu least_squares_byte(Blocks& group, const Call& call, vu amax) {
     return better & allowed ? half : whole;
 }
 
-// See `quest_bytes` in extensor/quant/scale_rules.py. `count`: values of each block.
-template <class Blocks>
-vu quest_byte(Blocks& group, vu amax, vf count) {
-    vi power = reinterpret_cast<vi>(amax >> 23) - 127;
-    power = power < -126 ? vi{} - 126 : power;
-    power = power > 126 ? vi{} + 126 : power;
-    const vf inverse = float_of(reinterpret_cast<vu>(127 - power) << 23);
-    vf total = {};
-    group.for_positions([&](vf x) {
-        const vf y = x * inverse;
-        total += y * y;
+// See `quest_bytes` in extensor/quant/scale_rules.py. `count`: values of each block. N vectors of
+// blocks: a sum waits for its last addition, others go on.
+template <int N, class Blocks>
+void quest_bytes(Blocks& group, vf count, vu (&amax)[N]) {
+    vi power[N];
+    vf inverse[N], total[N] = {};
+    for (int n = 0; n < N; ++n) {
+        power[n] = reinterpret_cast<vi>(amax[n] >> 23) - 127;
+        power[n] = power[n] < -126 ? vi{} - 126 : power[n];
+        power[n] = power[n] > 126 ? vi{} + 126 : power[n];
+        inverse[n] = float_of(reinterpret_cast<vu>(127 - power[n]) << 23);
+    }
+    group.for_positions([&](vf x, int n = 0) {
+        const vf y = x * inverse[n];
+        total[n] += y * y;
     });
-    vf scale = total / count;
-    for (int i = 0; i < VL; ++i) scale[i] = __builtin_sqrtf(scale[i]);
-    scale = scale * static_cast<float>(2.92247856 / 6);
-    vi byte = reinterpret_cast<vi>(bits_of(scale) >> 23) + power;
-    byte = byte < 0 ? vi{} : byte;
-    byte = byte > 254 ? vi{} + 254 : byte;
-    return reinterpret_cast<vu>(byte);
+    for (int n = 0; n < N; ++n) {
+        vf scale = total[n] / count;
+        for (int i = 0; i < VL; ++i) scale[i] = __builtin_sqrtf(scale[i]);
+        scale = scale * static_cast<float>(2.92247856 / 6);
+        vi byte = reinterpret_cast<vi>(bits_of(scale) >> 23) + power[n];
+        byte = byte < 0 ? vi{} : byte;
+        byte = byte > 254 ? vi{} + 254 : byte;
+        amax[n] = reinterpret_cast<vu>(byte);
+    }
 }
 
 template <bool Words, class Blocks>
@@ -215,20 +221,26 @@ vu nvfp4_byte(Blocks& group, const Call& call, vu amax) {
     return best;
 }
 
+// What stands for blocks of numbers whose scale is this byte, and for others.
+INLINE vu statistic_of(vu byte, vu amax) {
+    return amax < kExponentMask ? (amax ? byte + 1u : vu{}) : amax;
+}
+
 // The statistics of blocks whose largest magnitudes are `amax`, by a rule that chooses.
 template <class Blocks>
 vu choose(Blocks& group, const Call& call, vu amax, vf count) {
     const vu finite = reinterpret_cast<vu>(amax < kExponentMask), safe = amax & finite;
     const bool words = call.plan.ties != Ties::even;
-    vu byte;
+    vu byte[1] = {safe};
     if (call.plan.scale != Scale::e8m0)
-        byte = words ? nvfp4_byte<true>(group, call, safe) : nvfp4_byte<false>(group, call, safe);
+        byte[0] =
+            words ? nvfp4_byte<true>(group, call, safe) : nvfp4_byte<false>(group, call, safe);
     else if (call.plan.rule == Rule::quest)
-        byte = quest_byte(group, safe, count);
+        quest_bytes(group, count, byte);
     else
-        byte = words ? least_squares_byte<true>(group, call, safe)
-                     : least_squares_byte<false>(group, call, safe);
-    return finite ? (amax ? byte + 1u : vu{}) : amax;
+        byte[0] = words ? least_squares_byte<true>(group, call, safe)
+                        : least_squares_byte<false>(group, call, safe);
+    return statistic_of(byte[0], amax);
 }
 
 void choose_scales(const Call& call, uint32_t* maxima) {
@@ -239,23 +251,43 @@ void choose_scales(const Call& call, uint32_t* maxima) {
     });
 }
 
-// VL blocks, one a lane, their positions `stride` floats apart.
+// N times VL blocks, one a lane, their positions `stride` floats apart.
+template <int N>
 struct Panel {
     const float* x;
     int64_t positions, stride;
 
     template <class Body>
     INLINE void for_positions(Body body) const {
-        for (int64_t i = 0; i < positions; ++i) body(load(x + i * stride));
+        for (int64_t i = 0; i < positions; ++i) {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n) {
+                if constexpr (N == 1)
+                    body(load(x + i * stride));
+                else
+                    body(load(x + i * stride + n * VL), n);
+            }
+        }
     }
 };
 
 }  // namespace
 
-vu chosen_statistic(const Call& call, const float* x, int64_t positions, int64_t stride, vu amax,
-                    vf count) {
-    const Panel panel = {x, positions, stride};
-    return choose(panel, call, amax, count);
+void choose_statistics(const Call& call, const float* x, int64_t positions, int64_t stride,
+                       int64_t vectors, vf count, vu* statistics) {
+    if (vectors == 4 && call.plan.scale == Scale::e8m0 && call.plan.rule == Rule::quest) {
+        const Panel<4> panel = {x, positions, stride};
+        vu byte[4];
+        for (int k = 0; k < 4; ++k)
+            byte[k] = statistics[k] & reinterpret_cast<vu>(statistics[k] < kExponentMask);
+        quest_bytes(panel, count, byte);
+        for (int k = 0; k < 4; ++k) statistics[k] = statistic_of(byte[k], statistics[k]);
+        return;
+    }
+    for (int64_t k = 0; k < vectors; ++k) {
+        const Panel<1> panel = {x + k * VL, positions, stride};
+        statistics[k] = choose(panel, call, statistics[k], count);
+    }
 }
 
 void finish_statistics(Call& call, const Totals& totals, int64_t whole) {
