@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.gemm.config import (
+    BOX,
     K_OF_BF16_STAGE,
     ROW_BYTES,
     TILE_M,
@@ -103,11 +104,12 @@ def configure(
     return config.replace(blocks=blocks, scale_group_k=scale_group_k)
 
 
-# On an H100: (columns of a tile, epilogue tiles, cycles of a stage of K). The tensor cores take 4
-# cycles a column; narrower tiles read more of the cache for it, and FP8's sums are promoted.
-_BF16_TILES = ((128, 2, 640), (192, 3, 800), (256, 2, 1024))
-_PROMOTED_TILES = ((128, 2, 640), (176, 3, 850), (192, 3, 880))
-_TILE_CYCLES, _LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_SPLITS = 2500, 4400, 2300, 16
+# On an H100: (columns of a tile, epilogue tiles, cycles of a stage of K, and of what else a tile
+# takes). The tensor cores take 4 cycles a column; narrower tiles read more of the cache for it, and
+# FP8's sums are promoted.
+_BF16_TILES = ((128, 2, 600, 1250), (160, 2, 720, 1560), (192, 3, 800, 1880), (256, 2, 1024, 2500))
+_PROMOTED_TILES = ((128, 2, 640, 2500), (176, 3, 850, 2500), (192, 3, 880, 2500))
+_LAUNCH_CYCLES, _BYTES_PER_CYCLE, _MAX_SPLITS = 4400, 2300, 16
 
 
 @lru_cache(maxsize=4096)
@@ -129,14 +131,16 @@ def configure_split_k(
     promote = 0 if kind == "bf16" else PROMOTE
     stages = -(-k * (2 if kind == "bf16" else 1) // ROW_BYTES)
     best: tuple[float, int, int, Split | None] | None = None
-    for tile_n, epilogue_tiles, cycles in _PROMOTED_TILES if promote else _BF16_TILES:
+    for tile_n, epilogue_tiles, cycles, more in _PROMOTED_TILES if promote else _BF16_TILES:
+        if any(transposed) and tile_n % BOX:
+            continue
         tiles = -(-m // TILE_M) * -(-n // tile_n)
         for requested in range(1, min(_MAX_SPLITS, stages) + 1):
             whole = max(promote, 1)
             per_split = -(-stages // (requested * whole)) * whole
             splits = -(-stages // per_split)
             rounds = -(-tiles * splits // MODEL_MULTIPROCESSORS)
-            cost = float(rounds * (per_split * cycles + _TILE_CYCLES))
+            cost = float(rounds * (per_split * cycles + more))
             if splits > 1:
                 cost += _LAUNCH_CYCLES + 8 * m * n * splits / _BYTES_PER_CYCLE
             if best is None or cost < best[0]:

@@ -95,6 +95,23 @@ def test_no_program_for_arrays_of_either_layout_spills(transposed: tuple[bool, b
         assert all(numbers["stack"] == 0 for numbers in properties(code).values()), config
 
 
+@pytest.mark.parametrize(
+    ("size", "transposed", "tile"),
+    [
+        ((65536, 640, 640), (False, False), 160),  # four whole tiles: three of 256 leave 128 empty
+        ((65536, 640, 1728), (False, True), 128),  # an operand (K, N) comes in boxes of 64
+        ((65536, 1728, 640), (False, False), 192),
+        ((65536, 8192, 640), (False, False), 256),
+        ((8192, 8192, 8192), (False, False), 256),
+    ],
+)
+def test_tiles_leave_few_columns_empty(
+    size: tuple[int, int, int], transposed: tuple[bool, bool], tile: int
+) -> None:
+    config, split = configure_split_k("bf16", *size, "bfloat16", transposed)
+    assert (config.pipeline.tile_n, split) == (tile, None)
+
+
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rounding_and_adding_compile_without_spills(dtype: str) -> None:
