@@ -134,6 +134,8 @@ def checkpointed(recipe: Any, *contexts: dict[str, Any] | None) -> Any:
 @pytest.mark.parametrize("compiled", ["the model", "the region"])
 def test_a_compiled_checkpoint_changes_no_bit(compiled: str) -> None:
     """Its second run draws the bits of the first."""
+    if torch.cuda.is_available():
+        torch.cuda.init()  # the compiler does so, which torch refuses within a region
     batches = [torch.randn(8, 32, requires_grad=True) for _ in range(2)]
     plain = checkpointed(STOCHASTIC_EVERYWHERE, None, None)
     expected = run(plain, plain, batches)
