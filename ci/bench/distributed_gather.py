@@ -69,9 +69,10 @@ def report(
             call(number)
     steps = bench.milliseconds(ready, 3)
     for name, step in steps.items():
+        peer = steps[(peers or {}).get(name, "bfloat16")]
         bench.row(
             part=part, name=name, captured=captured, ms=round(step / 2, 3),
-            of_bfloat16=round(steps[(peers or {}).get(name, "bfloat16")] / step, 3),
+            peer_ms=round(peer / 2, 3), of_bfloat16=round(peer / step, 3),
             **(more or {}).get(name, {}),
         )  # fmt: skip
 
