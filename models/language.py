@@ -49,6 +49,7 @@ class LanguageModel(nn.Module):
     blocks: nn.ModuleList
     norm: nn.LayerNorm
     head: nn.Linear
+    reads_weights = ("positions",)
 
     def forward(self, tokens: ExTensor) -> ExTensor:
         """Tokens to scores of every token at each place.

@@ -71,6 +71,8 @@ class Body(nn.Module):
 
     feeds_layers = ("ln_f",)
 
+    reads_weights = ("wpe",)
+
     def __init__(self, config: GPT2Config, rng: np.random.Generator) -> None:
         self.wte = nn.Embedding(config.vocab, config.width, STD, rng)
         self.wpe = nn.Embedding(config.context, config.width, STD, rng)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,17 @@ def test_gathered_parameters_make_the_bits_of_whole_ones(recipe: str, ranks: int
         if ranks > 1:
             assert buckets.gathered_bytes > 2 * 4 * size  # once forward and once back, each time
         assert not buckets._whole
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "mxfp4_all"])
+def test_each_parameter_may_be_alone(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Positions, which the model reads without a call of their layer, and weights that travel
+    packed beside biases."""
+    whole, _ = trained(LocalCommunicator(), recipe, shards=False)
+    monkeypatch.setattr(sys.modules[__name__], "BUCKET", 1)
+    for mine, buckets in run_ranks(2, lambda comm: trained(comm, recipe, True)):
+        assert mine == whole
+        assert all(len(bucket.params) == 1 for bucket in buckets.buckets)
 
 
 def test_recomputed_blocks_gather_once_more() -> None:
