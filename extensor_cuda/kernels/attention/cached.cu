@@ -140,15 +140,13 @@ struct Sums {
 extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2 : 3) attend_cached(
     const T::Raw* q, const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values,
     const i64* where, float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out,
-    i64 given, i64 capacity, i64 heads, i64 most, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head,
-    i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
+    i64 given, i64 capacity, i64 heads, i64 most, i64 blocks, i64 q_batch, i64 q_head, i64 k_batch,
+    i64 k_head, i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
     __shared__ Memory memory;
     __shared__ u32 last;
     Shared& shared = memory.tile;
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
-    const u32 number = blockIdx.x / static_cast<u32>(most);  // a key head of a text
-    const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(most);
+    const u32 number = blockIdx.x / static_cast<u32>(blocks);  // a key head of a text
+    const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(blocks);
     const i64 length = length_of(where, given) + 1, first = chunk * CACHED_CHUNK;
     const i64 end = length < first + CACHED_CHUNK ? length : first + CACHED_CHUNK;
     if (first >= length || length > capacity) return;
@@ -197,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 2 : 3) att
         mine[threadIdx.x * kPart + kHead] = shared.top[threadIdx.x];
         mine[threadIdx.x * kPart + kHead + 1] = shared.weight[threadIdx.x];
     }
-    if (!is_last(done + head, static_cast<u32>(chunks), last)) return;
+    if (!is_last(done + head, 1, static_cast<u32>(chunks), last)) return;
     const float* const parts = partial + head * most * kQueries * kPart;
     combine(parts, out + head * kQueries * kHead, chunks, memory.parts);
 }

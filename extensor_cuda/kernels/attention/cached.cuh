@@ -1,7 +1,6 @@
 // What the kernels of a cache share: a row of the new token, turned by its position's angles, and
 // the sum of what blocks left. Macros: theirs. kThreads comes before it.
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 typedef ElementType<NN_A> T;
@@ -76,12 +75,12 @@ DEVICE void combine(const float* parts, T::Raw* out, int chunks, Combined& share
     }
 }
 
-// Whether this block is the last of a head's to leave its part; then all parts are seen.
-DEVICE bool is_last(u32* done, u32 chunks, u32& last) {
+// Whether this block, which has made so many of a head's parts, is the last to; then all are seen.
+DEVICE bool is_last(u32* done, u32 made, u32 parts, u32& last) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        last = atomicAdd(done, 1u) + 1 == chunks;
+        last = atomicAdd(done, made) + made == parts;
         if (last) *done = 0;
         __threadfence();
     }

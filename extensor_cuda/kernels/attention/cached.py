@@ -24,6 +24,9 @@ Array = Any
 HEADS = (16, 32, 64, 128)
 """Elements of a head."""
 _CHUNK, _CHUNKS, _QUERIES = 64, 64, 16
+_BLOCKS = 396
+"""Of the kernel of bfloat16, that a GPU has at once: with more heads, each of a head's blocks makes
+several of its parts. The bits are the same."""
 _PROGRAMS = ("cached.cu", 256), ("cached_bf16.cu", 128)
 """Files and threads of a block, by kinds of dtypes."""
 
@@ -94,15 +97,16 @@ def attend(
     chunk = chunk_of(capacity)
     where, given = (None, length) if isinstance(length, int) else (length, 0)
     most = -(-(given + 1 if where is None else capacity) // chunk)  # blocks of a head
-    queries = heads // groups
+    queries, blocks = heads // groups, most
+    if q.dtype != np.float32:
+        blocks = max(1, min(most, _BLOCKS // (batch * groups)))
     out = xp.empty(q.shape, dtype=q.dtype)
     partial = xp.empty((batch * groups, most, queries, size + 4), dtype=np.float32)
     strides = (a.strides[axis] // a.itemsize for a in (q, *new) for axis in (0, 1))
-    numbers = map(np.int64, (given, capacity, groups, most, *strides))
+    numbers = map(np.int64, (given, capacity, groups, most, blocks, *strides))
     arrays = q, *new, *memory, where, partial, zeros(batch * groups), out
     angles = turn or (None, None)
     made, threads = source(kind(q), size, queries, chunk), _PROGRAMS[kind(q)][1]
-    blocks = batch * groups * most
     told = *numbers, *angles, np.float32(scale)
-    launch(made, "attend_cached", blocks, threads, *arrays, *told, pdl=True)
+    launch(made, "attend_cached", batch * groups * blocks, threads, *arrays, *told)
     return out

@@ -56,25 +56,27 @@ struct Rows {
     DEVICE static int value_of(int lane, int h) { return lane % 4 * 2 + h % 2 + h / 2 * 8; }
 
     // Zeros for keys from `end` on; `end` is the new one.
-    DEVICE void load(const T::Raw* keys_of, const T::Raw* values_of, i64 start, i64 end, int lane) {
+    DEVICE void load(const T::Raw* keys_of, const T::Raw* values_of, int start, int end, int lane) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const i64 key = start + key_of(lane, h);
+            const int key = start + key_of(lane, h);
 #pragma unroll
             for (int i = 0; i < kKeyWords; ++i) keys[h][i] = 0;
-            if (key < end) load_words<4>(keys[h], keys_of + key * kHead, lane % 4);
+            if (key < end)
+                load_words<4>(keys[h], keys_of + static_cast<i64>(key) * kHead, lane % 4);
         }
 #pragma unroll
         for (int h = 0; h < 4; ++h) {
-            const i64 key = start + value_of(lane, h);
+            const int key = start + value_of(lane, h);
 #pragma unroll
             for (int i = 0; i < kValueWords; ++i) values[h][i] = 0;
-            if (key < end) load_words<8>(values[h], values_of + key * kHead, lane / 4);
+            if (key < end)
+                load_words<8>(values[h], values_of + static_cast<i64>(key) * kHead, lane / 4);
         }
     }
 
     // The new key and value, which may be one of these.
-    DEVICE void insert(const Shared& shared, i64 at, int lane) {
+    DEVICE void insert(const Shared& shared, int at, int lane) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             if (at == key_of(lane, h)) load_words<4>(keys[h], shared.own[0], lane % 4);
@@ -175,60 +177,8 @@ struct Running {
     }
 };
 
-// q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
-// H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again.
-extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 3 : 4) attend_cached(
-    const T::Raw* q, const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values,
-    const i64* where, float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out,
-    i64 given, i64 capacity, i64 heads, i64 most, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head,
-    i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
-    __shared__ Memory memory;
-    __shared__ u32 last;
-    Shared& shared = memory.tiles;
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
-    const u32 number = blockIdx.x / static_cast<u32>(most);  // a key head of a text
-    const i64 head = number, chunk = blockIdx.x - number * static_cast<u32>(most);
-    const i64 own = length_of(where, given), first = chunk * CACHED_CHUNK;
-    if (first > own || own >= capacity) return;
-    const int chunks = static_cast<int>(own / CACHED_CHUNK + 1);
-    const i64 batch = number / static_cast<u32>(heads), of_text = head - batch * heads;
-    T::Raw* const of_head[2] = {keys + head * capacity * kHead, values + head * capacity * kHead};
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 end = own + 1 < first + CACHED_CHUNK ? own + 1 : first + CACHED_CHUNK;
-    Rows rows;
-    rows.load(of_head[0], of_head[1], first + warp * kKeys, own, lane);
-    constexpr int kVectors = kHead / kVector;
-    for (int i = threadIdx.x; i < 8 * kQueryTiles * kVectors; i += kThreads) {
-        const int query = i / kVectors, d = i % kVectors * kVector;
-        const T::Raw* const row = q + batch * q_batch + (of_text * kQueries + query) * q_head;
-        FloatVector part = {};
-        if (query < kQueries) part = turned(row, d, cosine, sine);
-        T::store(shared.q[query] + d, part);
-    }
-    if (own < end && threadIdx.x >= kThreads - kVectors) {
-        const int d = (threadIdx.x - (kThreads - kVectors)) * kVector;
-        const FloatVector key = turned(k + batch * k_batch + of_text * k_head, d, cosine, sine),
-                          value = T::load(v + batch * v_batch + of_text * v_head + d);
-        T::store(shared.own[0] + d, key), T::store(shared.own[1] + d, value);
-        T::store(of_head[0] + own * kHead + d, key), T::store(of_head[1] + own * kHead + d, value);
-    }
-    __syncthreads();
-    Running running[kQueryTiles];
-#pragma unroll 1
-    for (i64 start = first + warp * kKeys; start < end; start += kWarps * kKeys) {
-        if (start != first + warp * kKeys) rows.load(of_head[0], of_head[1], start, own, lane);
-        rows.insert(shared, own - start, lane);
-        const int there = static_cast<int>(end - start);
-#pragma unroll
-        for (int t = 0; t < kQueryTiles; ++t)
-            running[t].add(rows, shared.q[8 * t], there, scale * kLog2E, lane);
-        if (CACHED_CHUNK == kWarps * kKeys) break;
-    }
-#pragma unroll
-    for (int t = 0; t < kQueryTiles; ++t) running[t].store(shared, warp, 8 * t, lane);
-    __syncthreads();
-    float* const mine = partial + (head * most + chunk) * kQueries * kPart;
+// Leaves the sum of what a chunk's warps have, of each query.
+DEVICE void store_part(const Shared& shared, float* to) {
     for (int i = threadIdx.x * 4; i < kQueries * kHead; i += 4 * kThreads) {
         const int query = i / kHead, d = i % kHead;
         float top = kNone, weight = 0;
@@ -243,10 +193,74 @@ extern "C" __global__ void __launch_bounds__(kThreads, kQueries > 8 ? 3 : 4) att
             total.x = fmaf(factor, sum.x, total.x), total.y = fmaf(factor, sum.y, total.y);
             total.z = fmaf(factor, sum.z, total.z), total.w = fmaf(factor, sum.w, total.w);
         }
-        *reinterpret_cast<float4*>(mine + query * kPart + d) = total;
-        if (d == 0) mine[query * kPart + kHead] = top, mine[query * kPart + kHead + 1] = weight;
+        *reinterpret_cast<float4*>(to + query * kPart + d) = total;
+        if (d == 0) to[query * kPart + kHead] = top, to[query * kPart + kHead + 1] = weight;
     }
-    if (!is_last(done + head, static_cast<u32>(chunks), last)) return;
+}
+
+// q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
+// H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again. Of
+// `most` parts of a head each of its `blocks` blocks makes its share, whatever their number is.
+extern "C" __global__ void __launch_bounds__(kThreads, 3) attend_cached(
+    const T::Raw* q, const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values,
+    const i64* where, float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out,
+    i64 given, i64 capacity, i64 heads, i64 most, i64 blocks, i64 q_batch, i64 q_head, i64 k_batch,
+    i64 k_head, i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
+    __shared__ Memory memory;
+    __shared__ u32 last;
+    Shared& shared = memory.tiles;
+    const u32 number = blockIdx.x / static_cast<u32>(blocks);  // a key head of a text
+    const i64 head = number;
+    const int own = static_cast<int>(length_of(where, given)), chunks = own / CACHED_CHUNK + 1,
+              each = (chunks + static_cast<int>(blocks) - 1) / static_cast<int>(blocks),
+              low = static_cast<int>(blockIdx.x - number * static_cast<u32>(blocks)) * each,
+              high = min(low + each, chunks);
+    if (low >= chunks || own >= capacity) return;
+    const i64 batch = number / static_cast<u32>(heads), of_text = head - batch * heads;
+    T::Raw* const of_head[2] = {keys + head * capacity * kHead, values + head * capacity * kHead};
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Rows rows;
+    rows.load(of_head[0], of_head[1], low * CACHED_CHUNK + warp * kKeys, own, lane);
+    constexpr int kVectors = kHead / kVector;
+    for (int i = threadIdx.x; i < 8 * kQueryTiles * kVectors; i += kThreads) {
+        const int query = i / kVectors, d = i % kVectors * kVector;
+        const T::Raw* const row = q + batch * q_batch + (of_text * kQueries + query) * q_head;
+        FloatVector part = {};
+        if (query < kQueries) part = turned(row, d, cosine, sine);
+        T::store(shared.q[query] + d, part);
+    }
+    if (high == chunks && threadIdx.x >= kThreads - kVectors) {
+        const int d = (threadIdx.x - (kThreads - kVectors)) * kVector;
+        const FloatVector key = turned(k + batch * k_batch + of_text * k_head, d, cosine, sine),
+                          value = T::load(v + batch * v_batch + of_text * v_head + d);
+        const i64 at = static_cast<i64>(own) * kHead + d;
+        T::store(shared.own[0] + d, key), T::store(shared.own[1] + d, value);
+        T::store(of_head[0] + at, key), T::store(of_head[1] + at, value);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int chunk = low; chunk < high; ++chunk) {
+        const int first = chunk * CACHED_CHUNK, end = min(own + 1, first + CACHED_CHUNK);
+        Running running[kQueryTiles];
+#pragma unroll 1
+        for (int start = first + warp * kKeys; start < end; start += kWarps * kKeys) {
+            if (start != first + warp * kKeys) rows.load(of_head[0], of_head[1], start, own, lane);
+            rows.insert(shared, own - start, lane);
+            const int there = end - start;
+#pragma unroll
+            for (int t = 0; t < kQueryTiles; ++t)
+                running[t].add(rows, shared.q[8 * t], there, scale * kLog2E, lane);
+            if (CACHED_CHUNK == kWarps * kKeys) break;
+        }
+#pragma unroll
+        for (int t = 0; t < kQueryTiles; ++t) running[t].store(shared, warp, 8 * t, lane);
+        if (chunk + 1 < high)  // comes while sums meet
+            rows.load(of_head[0], of_head[1], first + CACHED_CHUNK + warp * kKeys, own, lane);
+        __syncthreads();
+        store_part(shared, partial + (head * most + chunk) * kQueries * kPart);
+        if (chunk + 1 < high) __syncthreads();  // sums are read
+    }
+    if (!is_last(done + head, high - low, chunks, last)) return;
     const float* const parts = partial + head * most * kQueries * kPart;
     combine(parts, out + head * kQueries * kHead, chunks, memory.parts);
 }

@@ -89,6 +89,27 @@ def test_a_token_is_appended_and_attends(
     assert (np.abs(got.astype(np.float64) - expected) <= bound).all()
 
 
+@pytest.mark.parametrize(("length", "queries"), [(200, 4), (63, 1), (320, 16)])
+def test_blocks_that_make_several_parts_leave_the_same_bits(
+    xp: Any, length: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the last blocks of a head have none."""
+    rng, groups = np.random.default_rng(length), 2
+    packed = rng.standard_normal((2, 1, (queries + 2) * groups, 64)).astype(HALF)
+    there = xp.asarray(packed).swapaxes(1, 2)
+    heads = queries * groups
+    q, k, v = there[:, :heads], there[:, heads : heads + groups], there[:, heads + groups :]
+    memory = [rng.standard_normal((2, groups, 512, 64)).astype(HALF) for _ in "kv"]
+    where, made = xp.asarray(np.full(1, length, np.int64)).reshape(()), set()
+    for blocks in (8, 5, 3, 2, 1):
+        monkeypatch.setattr(cached, "_BLOCKS", blocks * 2 * groups)
+        held, counts = [xp.asarray(a) for a in memory], xp.zeros(2 * groups, dtype=np.uint32)
+        out = cached.attend(q, (k, v), tuple(held), where, 0.3, lambda _, counts=counts: counts, xp)
+        assert not np.asarray(counts.get()).any()
+        made.add((np.asarray(out.get()).tobytes(), *(np.asarray(a.get()).tobytes() for a in held)))
+    assert len(made) == 1
+
+
 def test_what_the_kernel_has_not_says_why(xp: Any) -> None:
     x = xp.zeros((1, 2, 1, 64), dtype=np.float32)
     odd = xp.zeros((1, 2, 1, 24), dtype=np.float32)
