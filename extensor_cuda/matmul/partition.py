@@ -21,7 +21,6 @@ from extensor_cuda.kernels.gemm.config import (
     quantizes,
 )
 from extensor_cuda.kernels.weight_only import w4a16_sm90_resident as resident
-from extensor_cuda.kernels.weight_only import w4a16_sm90_ring as ring
 from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma as wgmma
 from extensor_cuda.runtime.driver import SHARED_BYTES
 
@@ -34,9 +33,6 @@ __all__ = [
     "ready_rows",
     "resident_schedule",
     "resident_schedules",
-    "ring_is_faster",
-    "ring_schedule",
-    "ring_schedules",
     "split_k_sizes",
     "wgmma_schedule",
     "wgmma_schedules",
@@ -235,12 +231,11 @@ def resident_schedules(
     """Ways to divide N and K that fit, and what the busiest warp has to do.
 
     In copies of a chunk, each about 1.5 us where memory is the bound. So many tiles of 16 rows stay
-    together. A block takes so much shared memory that a multiprocessor has one: early starts put
-    two on those that were done first.
+    together. A block takes so much shared memory that a multiprocessor has one.
     """
     chunk, warps = resident.CHUNK, resident.WARPS
     chunks, tiles = -(-k // chunk), -(-n // (16 * together))
-    held = warps * resident.AHEAD * 16 * (chunk // 2 + 32 + chunk // block)
+    held = warps * resident.AHEAD * 16 * (chunk // 2 + chunk // block)
     found = []
     for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS) + 1):
         per_slice = -(-chunks // slices)
@@ -251,9 +246,9 @@ def resident_schedules(
             shared = held + tokens * (2 * per_slice * chunk + 64) + sums
             if (slices - 1) * per_slice >= chunks or shared > SHARED_BYTES - 64:
                 continue
-            cost = -(-most // (warps // split)) * -(-per_slice // split) + tokens * per_slice / 40
+            cost = -(-most // (warps // split)) * -(-per_slice // split) + tokens * per_slice / 30
             if slices > 1:  # the last block adds what others left
-                cost += 1.3 + tokens * most * slices / 1900
+                cost += 1.3 + tokens * most * slices / 900
             shared = max(shared, SHARED_BYTES // 2)
             schedule = resident.Schedule(slices, per_slice * chunk, split, groups, shared)
             found.append((cost, schedule))
@@ -261,61 +256,6 @@ def resident_schedules(
 
 
 resident_schedule = _fastest(resident_schedules)
-_MAX_SLICES, _ROUND_US = 8, 2.0
-"""Of the ring: slices of K, and us that further tiles of a block take to start (H200)."""
-
-
-def ring_is_faster(n: int) -> bool:
-    """Whether so many rows of weights are more than a pair of tiles for each block."""
-    return n > 2 * MODEL_MULTIPROCESSORS * ring.TILE_ROWS
-
-
-def _imbalance(chunks: int, pairs: int, split: int) -> float:
-    """The time of the busiest scheduler to what it were if all had as much to do."""
-    warps = pairs * split
-    if split == 2 and pairs % 2 and pairs > 1:  # shared so that they have
-        return 1.0 + split / chunks
-    return -(-warps // 4) * 4 / warps * -(-chunks // split) * split / chunks
-
-
-def ring_schedules(
-    n: int, k: int, tokens: int, block: int, together: int = 1
-) -> list[tuple[float, ring.Schedule]]:
-    """Ways to divide N and K, each with its time in us by a model.
-
-    So many tiles of rows stay together.
-    """
-    chunks, tiles = -(-k // ring.CHUNK), -(-n // (ring.TILE_ROWS * together))
-    chunk_us = 0.079 if tokens <= 8 else 0.095  # of a tile, by all warps
-    found = []
-    for slices in range(1, min(chunks, MODEL_MULTIPROCESSORS, _MAX_SLICES) + 1):
-        groups, per_slice = min(MODEL_MULTIPROCESSORS // slices, tiles), -(-chunks // slices)
-        most = -(-tiles // groups) * together
-        start = 4.5 + 0.1 * tokens
-        if slices > 1:  # written and read again
-            start += 8 + slices * tokens * n / 5e5
-        minimum = -(-most // (2 * ring.WARPS))
-        for rounds in (minimum, minimum + 1):
-            pairs = -(-most // (2 * rounds))
-            for split in range(1, min(ring.WARPS // pairs, per_slice) + 1):
-                if max(split, 3) >= ring.memory(pairs * split, tokens, block)[0]:
-                    continue  # kMaxStep of ring_partition.cuh: no x would be asked for ahead
-                wait = max(8 / (pairs * split), 1.0) + 0.005 * pairs * split
-                work = (
-                    2
-                    * pairs
-                    * rounds
-                    * per_slice
-                    * chunk_us
-                    * _imbalance(per_slice, pairs, split)
-                    * wait
-                )
-                time = start + work + _ROUND_US * (rounds - 1)
-                found.append((time, ring.Schedule(slices, groups, pairs, split)))
-    return found
-
-
-ring_schedule = _fastest(ring_schedules)
 
 
 def wgmma_schedules(

@@ -2,7 +2,6 @@
 
 The first that supports weights and tokens is taken; a row of float32 is three tokens, exactly:
 
-    w4a16_sm90_ring       Hopper; 3 to 16 tokens, E2M1, many rows of weights
     w4a16_sm90_resident   Hopper; up to 16 tokens, E2M1
     w4w8a16_sm90_wgmma    Hopper; up to 64 tokens, E2M1, INT4 and INT8 in rows or groups of n 128
     w4w8a16_sm80          up to 64 tokens, E2M1, INT4 and INT8
@@ -51,7 +50,6 @@ from extensor_cuda.kernels.prepare.cast_bf16 import (
 from extensor_cuda.kernels.quantize import quantize as quantizer
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
-    w4a16_sm90_ring,
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
@@ -188,8 +186,6 @@ def _kernel(
     n, k = w.shape
     if hopper:
         _, block = tile_extent(w.spec, w.shape)
-        if w4a16_sm90_ring.supports(w, tokens) and partition.ring_is_faster(n):
-            return w4a16_sm90_ring, partition.ring_schedule(n, k, tokens, block, together)
         if w4a16_sm90_resident.supports(w, tokens):
             schedule = partition.resident_schedule(n, k, tokens, block, together)
             if schedule is not None:
@@ -246,7 +242,7 @@ def _several(
     whole = replace(given[0], shape=(sum(rows), first.shape[1]))
     tokens, sides = len(x) * TOKENS_PER_ROW[x.dtype.name], 1 if gate is None else 2
     kernel, schedule = _kernel(whole, tokens, x.dtype.name, True, sides)
-    if kernel not in (w4a16_sm90_ring, w4a16_sm90_resident):
+    if kernel is not w4a16_sm90_resident:
         return Unsupported("a kernel of one matrix")
     out = xp.empty((len(x), sum(rows) // sides), dtype=RESULT_DTYPES[dtype])
     lie = below_each_other(given) if gate is None else taking_turns(*given)

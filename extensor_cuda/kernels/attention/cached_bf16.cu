@@ -201,11 +201,11 @@ DEVICE void store_part(const Shared& shared, float* to) {
 // q (B, H, d), k and v (B, Hkv, d) by these strides; keys and values (B, Hkv, capacity, d); out (B,
 // H, d); all but `done` aligned to 16 bytes. `done` holds a zero for each head, and does again. Of
 // `most` parts of a head each of its `blocks` blocks makes its share, whatever their number is.
-extern "C" __global__ void __launch_bounds__(kThreads, 3) attend_cached(
-    const T::Raw* q, const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values,
-    const i64* where, float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out,
-    i64 given, i64 capacity, i64 heads, i64 most, i64 blocks, i64 q_batch, i64 q_head, i64 k_batch,
-    i64 k_head, i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
+extern "C" __global__ void __launch_bounds__(kThreads, 3) attend_cached(const T::Raw* q,
+    const T::Raw* k, const T::Raw* v, T::Raw* keys, T::Raw* values, const i64* where,
+    float* __restrict__ partial, u32* __restrict__ done, T::Raw* __restrict__ out, i64 given,
+    i64 capacity, i64 heads, i64 most, i64 blocks, i64 q_batch, i64 q_head, i64 k_batch, i64 k_head,
+    i64 v_batch, i64 v_head, const float* cosine, const float* sine, float scale) {
     __shared__ Memory memory;
     __shared__ u32 last;
     Shared& shared = memory.tiles;

@@ -8,7 +8,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 constexpr int kThreads = 256, kGroups = 2;
@@ -155,8 +154,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 6)
 
 extern "C" __global__ void __launch_bounds__(kThreads, 6) add(const ElementType<NN_A>::Raw* a,
     const ElementType<NN_B>::Raw* b, ElementType<NN_OUT>::Raw* __restrict__ out, i64 count) {
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
     each<true>(a, b, out, count, Add{});
 }
 

@@ -29,7 +29,6 @@ from extensor_cuda.runtime.memory import empty
 __all__ = [
     "KINDS",
     "ROW_THREADS",
-    "SHORT",
     "binary",
     "gelu_grad_of_stored",
     "kind",
@@ -50,8 +49,6 @@ _THREADS, _PART, _VECTOR = 256, 4096, 8  # as in elementwise.cu
 
 ROW_THREADS = 256
 """Threads of a block that works on rows."""
-SHORT = 128
-"""Blocks of a launch, such as a decoded token's, so short that the next may start early (pdl)."""
 
 
 def row_warps(length: int) -> int:
@@ -102,9 +99,7 @@ def binary(name: str, a: Array, b: Array, xp: Any, dtype: Any) -> Array:
     """Op ``name`` of every pair of values, of C-contiguous arrays of one shape, not empty."""
     out = xp.empty(a.shape, dtype=dtype)
     program = source(kind(a), kind(b), kind(out))
-    blocks = -(-a.size // _PART)
-    pdl = name == "add" and blocks <= SHORT
-    launch(program, name, blocks, _THREADS, a, b, out, np.int64(a.size), pdl=pdl)
+    launch(program, name, -(-a.size // _PART), _THREADS, a, b, out, np.int64(a.size))
     return out
 
 

@@ -6,7 +6,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 #include "common/gated.cuh"
 
@@ -41,8 +40,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         float limit, float shift, i64 count, i64 width, i64 gate_pitch, i64 up_pitch) {
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * kVector;
     const bool whole = first + kVector <= count;
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
     const i64 row = count == width ? 0 : first / width, at = first - row * width;
     FloatVector x = read<A>(gate + row * gate_pitch, at, count, whole),
                 y = read<A>(up + row * up_pitch, at, count, whole);

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from extensor_cuda.kernels.nn.elementwise import SHORT, kind
+from extensor_cuda.kernels.nn.elementwise import kind
 from extensor_cuda.runtime.compile import Source
 from extensor_cuda.runtime.launch import launch
 
@@ -41,8 +41,7 @@ def _launch(
     count = arrays[0].size
     blocks = -(-count // (_THREADS * _VECTOR))
     told = *map(np.float32, numbers), np.int64(count), *more
-    pdl = name == "gated_silu" and blocks <= SHORT
-    launch(program, name, blocks, _THREADS, *arrays, *told, pdl=pdl)
+    launch(program, name, blocks, _THREADS, *arrays, *told)
 
 
 def gated_silu(gate: Array, up: Array, alpha: float, limit: float | None, xp: Any) -> Array:

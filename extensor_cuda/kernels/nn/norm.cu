@@ -9,7 +9,6 @@
 
 #include "common/types.cuh"
 
-#include "common/dependent_launch.cuh"
 #include "common/vector_types.cuh"
 
 #if NN_STORED
@@ -75,8 +74,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) normalize(const ElementTy
     In::Raw given[kEach], added[kEach];
     ElementType<NN_WEIGHT>::Raw scales[kEach];
     float v[kEach], sum = 0, squares = 0, none = 0;
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
 #pragma unroll
     for (int k = 0; k < kEach; ++k) {  // all loads are in flight at once
         const int i = k * kLanes + lane;

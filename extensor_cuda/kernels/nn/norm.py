@@ -18,7 +18,6 @@ from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.nn.elementwise import (
     KINDS,
     ROW_THREADS,
-    SHORT,
     kind,
     row_warps,
     stored_macros,
@@ -85,8 +84,8 @@ def norm(
     kinds = {"given": kind(x), "weight": kind(weight)}
     source, blocks = norm_source(length, centred, int(narrow), **kinds), _blocks(rows, length)
     arrays = x, weight, bias, out, mean, rstd, None, None
-    numbers, pdl = (np.float32(eps), np.int64(rows)), not centred and blocks <= SHORT
-    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers, pdl=pdl)
+    numbers = np.float32(eps), np.int64(rows)
+    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers)
     return out, mean, rstd
 
 
@@ -101,7 +100,7 @@ def add_norm(a: Array, b: Array, weight: Array, eps: float, xp: Any) -> tuple[Ar
     source = norm_source(length, False, narrow, given=kind(a), weight=kind(weight))
     arrays = a, weight, None, out, None, xp.empty(rows, dtype=np.float32), b, total
     numbers, blocks = (np.float32(eps), np.int64(rows)), _blocks(rows, length)
-    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers, pdl=blocks <= SHORT)
+    launch(source, "normalize", blocks, ROW_THREADS, *arrays, *numbers)
     return total, out
 
 

@@ -20,14 +20,17 @@
 constexpr int kThreads = 32 * WEIGHT_ONLY_WARPS, kSegment = 128, kTileRows = 16;
 constexpr int kBytes = WEIGHT_ONLY_CHUNK / 2,
               kScales = WEIGHT_ONLY_CHUNK / CODEC_BLOCK;  // per row of a chunk
-constexpr int kCodes = kTileRows * (kBytes + 32), kStage = kCodes + kTileRows * kScales;
+constexpr int kCodes = kTileRows * kBytes, kStage = kCodes + kTileRows * kScales;
 // 16-byte copies per row and rows that a warp copies at once, for codes and for scales.
 constexpr int kCopiesPerRow = kBytes / 16, kRowsAtOnce = 32 / kCopiesPerRow,
               kScaleCopiesPerRow = kScales / WEIGHT_ONLY_SCALE_BYTES,
               kScalesAtOnce = 32 / kScaleCopiesPerRow;
 
-// Where a row's codes begin. Pairs of rows are in different banks.
-DEVICE int code_offset_of(int row) { return row * kBytes + (row + 1) / 2 * 64; }
+static_assert(kRowsAtOnce % 2 == 0 && kBytes % 128 == 0, "a lane copies rows of one parity");
+
+// Where a piece of 16 bytes of a row lies. Every second row has its pairs of 64 bytes swapped, so
+// that pairs of rows are in different banks.
+DEVICE int code_offset_of(int row, int piece) { return row * kBytes + (piece ^ row % 2 * 4) * 16; }
 
 // u / n for small numbers, given 1 / n.
 DEVICE int quotient(int u, float inverse) {
@@ -99,7 +102,7 @@ struct WeightCopies {
             const bool there = k / 2 + lane % kCopiesPerRow * 16 < code_pitch;
 #pragma unroll
             for (int r = 0; r < kTileRows; r += kRowsAtOnce, code += kRowsAtOnce * code_pitch)
-                cp_async<16>(lane_to + slot * kStage + code_offset_of(r), code, there);
+                cp_async<16>(lane_to + slot * kStage + r * kBytes, code, there);
             const u8* scale = scales + feature * blocks + k / CODEC_BLOCK + scale_offset +
                               matrices.scale_offset(tile);
             const bool scale_there =
@@ -141,7 +144,7 @@ DEVICE void multiply_chunk(float (&sum)[2][WEIGHT_ONLY_TILES][4], const u8* stag
 #pragma unroll
         for (int h = 0; h < 2; ++h)
             words[h] = *reinterpret_cast<const uint4*>(
-                stage + code_offset_of(row + 8 * h) + s * 64 + quad_lane * 16);
+                stage + (code_offset_of(row + 8 * h, quad_lane) ^ s * 64));
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             u32 pairs[2][4];
@@ -265,14 +268,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) w4a16_sm90_resident(co
     u8* const tokens = memory + WEIGHT_ONLY_WARPS * WEIGHT_ONLY_DEPTH * kStage;
     const int pitch = k_per_slice * 2 + 64;  // of a token; avoids bank conflicts
     WeightCopies copies = {codes, scales, ring,
-        ring + code_offset_of(lane / kCopiesPerRow) + lane % kCopiesPerRow * 16,
+        ring + code_offset_of(lane / kCopiesPerRow, lane % kCopiesPerRow),
         static_cast<i64>(lane / kCopiesPerRow) * code_pitch + lane % kCopiesPerRow * 16,
         static_cast<i64>(lane / kScaleCopiesPerRow) * blocks +
             lane % kScaleCopiesPerRow * WEIGHT_ONLY_SCALE_BYTES,
         code_pitch, blocks, out_features, begin, end, high, step,
         {second, third, {codes1, codes2}, {scales1, scales2}}, start, begin};
-    launch_dependent_grids();
-    wait_on_dependent_grids();  // the previous grid may have written what follows
     load_x(tokens, pitch, x, first, k_per_slice / 8, rows, columns, [&] {
 #pragma unroll 1
         for (int d = 0; d < WEIGHT_ONLY_DEPTH; ++d) copies.prefetch(d, lane);

@@ -91,4 +91,4 @@ def product(given: Arguments, schedule: Schedule) -> None:
         schedule.split.bit_length() - 1,
     )
     told = *map(np.int32, numbers), *given.told
-    launch(*launched, *arrays, *told, shared=schedule.shared, pdl=True)
+    launch(*launched, *arrays, *told, shared=schedule.shared)

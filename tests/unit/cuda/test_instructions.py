@@ -17,15 +17,10 @@ from extensor.quant.spec import Hadamard, QuantSpec
 from extensor_cuda.kernels.attention import attention, cached
 from extensor_cuda.kernels.gemm import block_scales
 from extensor_cuda.kernels.gemm.config import gemm_source
-from extensor_cuda.kernels.nn import elementwise, gated_silu, norm
 from extensor_cuda.kernels.optim import optimizer
 from extensor_cuda.kernels.prepare import quantize_operand
 from extensor_cuda.kernels.quantize import quantize as kernels
-from extensor_cuda.kernels.weight_only import (
-    w4a16_sm90_resident,
-    w4a16_sm90_ring,
-    w4w8a16_sm90_wgmma,
-)
+from extensor_cuda.kernels.weight_only import w4w8a16_sm90_wgmma
 from extensor_cuda.matmul import partition
 from extensor_cuda.matmul.partition import configure
 from extensor_cuda.runtime.compile import Source, compile_cubin
@@ -259,35 +254,18 @@ def test_a_clip_mask_is_two_instructions_a_value(
     assert blocks[1] >= blocks[0] or spec.row.element.bits == 8
 
 
-EARLY = (
-    "block_scales", "cached", "elementwise", "gated_silu", "gemm_sm90", "norm",
-    "w4a16_sm90_resident", "w4a16_sm90_ring", "w4w8a16_sm90_wgmma",
-)  # fmt: skip
+EARLY = ("block_scales", "gemm_sm90", "w4w8a16_sm90_wgmma")
 """Modules that launch by programmatic dependent launch."""
 
 
 def early(module: str) -> list[tuple[Source, str]]:
     """The programs that a module launches so, and their kernels."""
     spec, shape, types = QuantSpec("mxfp4", axis=1).resolve(2), (1024, 1024), ("bfloat16",) * 2
-    w, kinds = reference.quantize(np.zeros(shape, np.float32), spec)[0], (0, 1)
     if module == "block_scales":
         return [(block_scales.source(), module)]
-    if module == "cached":
-        return [(cached.source(k, 64, 4, 64), "attend_cached") for k in kinds]
-    if module == "elementwise":
-        return [(elementwise.source(k, k, k), "add") for k in kinds]
-    if module == "gated_silu":
-        return [(gated_silu.source(k, k, k), module) for k in kinds]
     if module == "gemm_sm90":
         return [(gemm_source(configure("e4m3", *shape, "bfloat16", blocks=(1, 4))), "gemm")]
-    if module == "norm":
-        sources = [norm.norm_source(1024, False, k, given=k, weight=k) for k in kinds]
-        return [(source, "normalize") for source in sources]
-    if module == "w4a16_sm90_resident":
-        return [(w4a16_sm90_resident.source(w, n, *types), module) for n in (1, 16)]
-    if module == "w4a16_sm90_ring":
-        schedule = partition.ring_schedule(*shape, 16, 32)
-        return [(w4a16_sm90_ring.source(spec, shape, 16, types, schedule)[0], module)]
+    w = reference.quantize(np.zeros(shape, np.float32), spec)[0]
     schedule = partition.wgmma_schedule(*shape, 32, "bfloat16", 4)
     return [(w4w8a16_sm90_wgmma.source(w, 32, *types, schedule), module)]
 

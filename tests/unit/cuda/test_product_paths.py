@@ -19,7 +19,6 @@ from extensor_cuda.kernels.prepare import cast_bf16
 from extensor_cuda.kernels.prepare import expand as expand_kernel
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
-    w4a16_sm90_ring,
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
@@ -44,7 +43,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         request,
         monkeypatch,
         [w4w8a16_sm80, w4a16_sm90_resident, cast_bf16, expand_kernel],
-        products=[w4a16_sm90_ring, w4w8a16_sm90_wgmma],
+        products=[w4w8a16_sm90_wgmma],
     )
     if request.param == "on a GPU":
         made = registry.get("cuda")

@@ -13,7 +13,6 @@ from extensor.quant.array import QuantArray
 from extensor.quant.spec import QuantSpec
 from extensor_cuda.kernels.weight_only import (
     w4a16_sm90_resident,
-    w4a16_sm90_ring,
     w4w8a16_sm80,
     w4w8a16_sm90_wgmma,
 )
@@ -74,7 +73,7 @@ def weights(spec: QuantSpec, shape: tuple[int, int], seed: int = 0) -> QuantArra
 def placed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The array module of a fixture with `PLACES` as params; counters are new."""
     counters._zeros.cache_clear()
-    products = [w4a16_sm90_ring, w4w8a16_sm90_wgmma]
+    products = [w4w8a16_sm90_wgmma]
     return place(
         request, monkeypatch, [w4w8a16_sm80, w4a16_sm90_resident], hopper=False, products=products
     )
