@@ -7,7 +7,7 @@ checkpoint: weights, states of the optimizer, the loss scale. The loop around it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -243,9 +243,13 @@ class TrainStep:
         with self._updates_in_backward():
             self.scaler.scale(loss).backward(weight)
         hits = int((label_ranks(rows, labels) == 0).sum())
+        self.micro_batches.record(part, float(loss.item()), hits, self._divided)
+
+    @property
+    def _divided(self) -> Container[tuple[str, str]]:
+        """Weights' slots of which each rank quantizes its own rows."""
         buckets = self.buckets
-        divided = buckets.packed_slots if isinstance(buckets, GatheredBuckets) else ()
-        self.micro_batches.record(part, float(loss.item()), hits, divided)
+        return buckets.packed_slots if isinstance(buckets, GatheredBuckets) else ()
 
     def _update(self, batch: Batch | None = None) -> bool | ExTensor:
         """Unscale and clip the gradients, and make the optimizer's step if they are finite.
@@ -306,7 +310,7 @@ class TrainStep:
 
             return read
         self.ranks.synchronize()
-        micro.record(part, float(loss.item()), int(hits.item()))
+        micro.record(part, float(loss.item()), int(hits.item()), self._divided)
         micro.send(self.told_to_stop)
         done = micro.end(), not bad.item()
         return lambda: done

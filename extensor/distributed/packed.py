@@ -160,19 +160,22 @@ class PackedWeights:
             return
         (layer,) = layers
         rows, rest = divmod(param.shape[0], self.ranks.size)
-        if isinstance(layer, Linear) and not rest and rows % ROWS == 0 and self.ranks.size > 1:
+        if type(layer) is not Linear:  # another class may read the weight itself
+            return
+        if not rest and rows % ROWS == 0 and self.ranks.size > 1:
             self.weights[id(bucket)] = PackedWeight(layer, bucket, piece, self.ranks.size)
 
     @property
     def slots(self) -> set[tuple[str, str]]:
-        """What is packed: paths of layers, and products."""
-        contexts = ((self.weights[key].layer.quant, slot) for key, slot in self._mine)
+        """What travels packed, once something was asked for: paths of layers, and products."""
+        contexts = ((self.weights[key].layer.quant, slot) for key, slot in self._specs)
         return {(context.path, slot) for context, slot in contexts if context is not None}
 
     def of(self, bucket: Bucket, slot: str) -> Packed | None:
         """All ranks' rows for a product; None where it takes no blocks. All ranks call this.
 
-        They are let go when those of another group are asked for.
+        They are let go when those of another group are asked for: where blocks run again in the
+        backward pass (`--recompute`), each of them gathers its group for both products anew.
         """
         weight, key = self.weights.get(id(bucket)), (id(bucket), slot)
         if weight is None:

@@ -76,7 +76,7 @@ class GatheredBuckets(ShardedBuckets):
     ) -> None:
         params = list(model.parameters())
         super().__init__(params, ranks, name, bucket_bytes, keep_gradients=False, **how)
-        self.peak_bytes = self._float_bytes = 0
+        self.peak_bytes = self._float_bytes = self._held = 0
         self._whole: dict[int, Bucket]
         self._kinds: dict[int, str] = {}
         owners: Counter[int] = Counter()
@@ -117,8 +117,8 @@ class GatheredBuckets(ShardedBuckets):
 
     @property
     def packed_slots(self) -> set[tuple[str, str]]:
-        """Operands of which this rank quantized its own rows since `gather`: (layer path, slot)."""
-        return self._packed.slots
+        """Operands of which a rank quantizes its own rows: (layer path, slot); none in `hold`."""
+        return set() if self._held else self._packed.slots
 
     # --- what is whole --------------------------------------------------------------------------
 
@@ -138,10 +138,12 @@ class GatheredBuckets(ShardedBuckets):
         False
         """
         self._pin(self.buckets, FLOAT)
+        self._held += 1
         self.ranks.synchronize()  # what reads the GPU next has no time limit
         try:
             yield
         finally:
+            self._held -= 1
             self._unpin(self.buckets)
             self._let_go()
 
@@ -152,6 +154,9 @@ class GatheredBuckets(ShardedBuckets):
         >>> buckets = GatheredBuckets(et.nn.Linear(1, 1), LocalCommunicator())
         >>> buckets.gather()
         """
+        capture = self.buckets[0].backend.capturing if self.buckets else None
+        if capture is not None:  # a replay updates the pieces, too
+            capture.on_replay(self._forget)
         self._forget()
         self._let_go()
 

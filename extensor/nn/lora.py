@@ -131,6 +131,8 @@ class DoRA(LoRA):
     True
     """
 
+    reads_weights = ("base",)
+
     def __init__(
         self,
         base: Linear,

@@ -139,7 +139,10 @@ def make_operands(
         version: of a weight, whose operands may be those that were made before; None: no weight.
         preparation: what `Backend.prepare` decided about these slots, where the caller has it.
     """
-    if version is None or "float32" in [context.operand(slot) for slot, _ in slots]:
+    packed = context.state.weight_cache.packed
+    if packed and (context.path, slots[0][0]) in packed:
+        made = _gathered(backend, context, slots, sizes)
+    elif version is None or "float32" in [context.operand(slot) for slot, _ in slots]:
         made = _made(backend, x, context, slots, sizes, preparation)
     else:
         made = _of_weight(_Weight(backend, x, context, sizes, version), slots, preparation)
@@ -497,19 +500,18 @@ class _Weight:
 
 def _of_weight(weight: _Weight, slots: Slots, preparation: Preparation | None) -> Prepared:
     """Operands that were made before, or are made now, with those of other outdated weights."""
-    context = weight.context
-    keys = [(context.path, slot) for slot, _ in slots]
-    packed = context.state.weight_cache.packed
-    if keys[0] in packed:
-        work = math.prod(weight.sizes) if _plan(context.layer, slots).is_pure else 0
-        return [
-            (weight.backend.packed_operand(q, work), counted_again(counts))
-            for q, counts in map(packed.__getitem__, keys)
-        ]
     found = weight.find(slots)
     if found is None:
         found = _remade(weight, slots, preparation)
     return [(one.operand, counted_again(one.counts)) for one in found]
+
+
+def _gathered(backend: Backend, context: LayerContext, slots: Slots, sizes: Sizes) -> Prepared:
+    """Operands of a weight that is there in packed form alone."""
+    packed = context.state.weight_cache.packed
+    work = math.prod(sizes) if _plan(context.layer, slots).is_pure else 0
+    found = [packed[context.path, slot] for slot, _ in slots]
+    return [(backend.packed_operand(q, work), counted_again(counts)) for q, counts in found]
 
 
 def counted_again(counts: Counts | None) -> Counts | None:

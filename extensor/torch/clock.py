@@ -209,11 +209,13 @@ def _regions() -> list[tuple[Any, Any, bool]]:
     """
     stack: Any = torch._C._autograd
     taken: list[Any] = []
-    while hooks := stack._top_saved_tensors_default_hooks(True):
-        taken.append(hooks)
-        stack._pop_saved_tensors_default_hooks()
-    for hooks in reversed(taken):
-        stack._push_saved_tensors_default_hooks(*hooks)
+    try:
+        while hooks := stack._top_saved_tensors_default_hooks(True):
+            taken.append(hooks)
+            stack._pop_saved_tensors_default_hooks()
+    finally:
+        for hooks in reversed(taken):
+            stack._push_saved_tensors_default_hooks(*hooks)
     found = []
     for pack in (inspect.unwrap(hooks[0]) for hooks in taken):
         for cell in getattr(pack, "__closure__", None) or ():

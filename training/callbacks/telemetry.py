@@ -297,7 +297,11 @@ class Telemetry(Callback):
     # --- weights --------------------------------------------------------------------------------
 
     def _oscillation(self, run: RunView, path: str) -> dict[str, float]:
-        """Shares of codes that changed since the last record, and that changed back."""
+        """Shares of codes that changed since the last record, and that changed back.
+
+        Codes are of a sample of the weight, under scales of the sample: those of a whole row or
+        tensor, such as NVFP4's, may differ from the layer's.
+        """
         layer = run.quant.layers[path]
         spec = layer.operand("fprop.w")
         if not isinstance(spec, QuantSpec) or spec.row.outliers:

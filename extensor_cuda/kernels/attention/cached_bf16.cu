@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) attend_cached(const T:
               each = (chunks + static_cast<int>(blocks) - 1) / static_cast<int>(blocks),
               low = static_cast<int>(blockIdx.x - number * static_cast<u32>(blocks)) * each,
               high = min(low + each, chunks);
-    if (low >= chunks || own >= capacity) return;
+    if (own < 0 || low >= chunks || own >= capacity) return;
     const i64 batch = number / static_cast<u32>(heads), of_text = head - batch * heads;
     T::Raw* const of_head[2] = {keys + head * capacity * kHead, values + head * capacity * kHead};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -312,3 +312,52 @@ def test_neighbours_are_gathered_together(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(packed_module, "GROUP_BYTES", 2 * 64 * 64 * 17 // 32)
     run_ranks(2, program)
     assert calls == [4] * 4
+
+
+def test_what_ranks_quantize_in_rows_is_nothing_while_parameters_are_held() -> None:
+    def program(comm: Communicator) -> bool:
+        model = nn.Sequential(nn.Linear(64, 64, rng=0), nn.Linear(64, 64, rng=1))
+        nn.apply_recipe(model, "mxfp4_all", 0)
+        buckets = GatheredBuckets(model, comm, "float32", 1)
+        model(et.ones((2, 64)))
+        slots = {(path, slot) for path in "01" for slot in ("fprop.w", "dgrad.w")}
+        assert buckets.packed_slots == slots
+        buckets.gather()
+        assert buckets.packed_slots == slots  # captured steps gather where nobody asks
+        with buckets.hold():
+            return buckets.packed_slots == set()
+
+    assert run_ranks(2, program) == [True] * 2
+
+
+def test_gathered_codes_are_multiplied_though_others_have_the_weights_memory() -> None:
+    x = et.randn((4, 64), seed=0)
+
+    def program(comm: Communicator) -> bool:
+        layer = nn.Linear(64, 64, bias=False, rng=0)
+        nn.apply_recipe(layer, "mxfp4_all", 0)
+        expected = layer(x).numpy()
+        buckets = GatheredBuckets(layer, comm, "float32", 1)
+        with buckets.hold():
+            np.from_dlpack(layer.weight.detach())
+        return bool((layer(x).numpy() == expected).all())
+
+    assert run_ranks(2, program) == [True] * 2
+
+
+def test_weights_that_others_read_travel_in_float32() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: et.ExTensor) -> et.ExTensor:
+            return x @ (self.weight * 2.0).mT
+
+    def program(comm: Communicator) -> list[bool]:
+        layers = [nn.DoRA(nn.Linear(64, 64, rng=0), rank=2, rng=1), Doubled(64, 64, rng=2)]
+        model = nn.Sequential(*layers)
+        nn.apply_recipe(model, "mxfp4_all", 0)
+        buckets = GatheredBuckets(model, comm, "float32", 1)
+        packed = [weight.layer for weight in buckets._packed.weights.values()]
+        return [layer in packed for layer in (layers[0].base, layers[1])] + [
+            bool(model(et.ones((2, 64))).isfinite().all())
+        ]
+
+    assert run_ranks(2, program) == [[False, False, True]] * 2
