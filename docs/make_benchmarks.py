@@ -68,10 +68,12 @@ ON_README = {
     ("LeNet-5", "batch 64, mxfp4"): "LeNet-5 in MXFP4, batch 64, two CPU cores; "
     "torch eager in float32",
     ("GPT", "mxfp4"): "a small GPT in MXFP4, two CPU cores; torch eager in float32",
-    ("GPT of width 4096", "mxfp4, captured"): "a GPT of width 4096 in MXFP4, H100; "
-    "torch.compile in bfloat16",
-    ("A transformer block", "width 4096, mxfp8_rebased, captured"): "a transformer block of width "
-    "4096 in rebased MXFP8, H200; torch.compile in bfloat16",
+    ("GPT of width 4096", "mxfp4, captured"): "a GPT of width 4096 in MXFP4, inputs "
+    "kept, H100; torch.compile in bfloat16",
+    (
+        "A transformer block on an H100",
+        "width 4096, mxfp8_rebased, captured",
+    ): "a transformer block of width 4096 in rebased MXFP8, H100; torch.compile in bfloat16",
     (
         "All weights of an 8B Llama on one GPU",
         "Llama of 8B, captured",

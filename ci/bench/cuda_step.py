@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,9 @@ from extensor.models.lenet.configs import LeNetConfig
 from extensor.models.lenet.model import build as build_lenet
 from extensor.nn.recipe import apply_recipe
 from extensor.optim import SGD, AdamW
-from extensor.quant.recipe import FLOAT_NAMES, FloatName
+from extensor.quant.recipe import FLOAT_NAMES, FloatName, Recipe
 
+Recipes = Sequence[str | Recipe]
 PARTS = ("lenet", "gpt", "wide", "layers")
 RECIPES = {
     "lenet": ["fp32", "mxfp4", "mxfp8_nvidia"],
@@ -79,7 +80,7 @@ def profile(title: str, call: Call) -> None:
 def ours(
     model: Any,
     optimizer: Any,
-    recipes: list[str],
+    recipes: Recipes,
     loss_of: Any,
     batches: list[Any],
     activations: FloatName = "float32",
@@ -88,8 +89,9 @@ def ours(
     """The step by Python, then captured, or one of them; each with a model of its own."""
     stored = "" if activations == "float32" else f" in {activations}"
     for recipe, captured in itertools.product(recipes, captured_or_not):
+        name = recipe if isinstance(recipe, str) else recipe.name
 
-        def make(recipe: str = recipe, captured: bool = captured) -> Call:
+        def make(recipe: str | Recipe = recipe, captured: bool = captured) -> Call:
             mine = model()
             state = apply_recipe(mine, recipe, activations=activations)
             update = optimizer(mine)
@@ -110,7 +112,7 @@ def ours(
 
             return call
 
-        yield f"{recipe}{stored}, {'captured' if captured else 'eager'}", make
+        yield f"{name}{stored}, {'captured' if captured else 'eager'}", make
 
 
 def theirs(
@@ -152,7 +154,7 @@ Contest = tuple[dict[str, Call], Iterator[tuple[str, Callable[[], Call]]]]
 """Torch's calls, and what makes each of ours when its turn comes: a GPU would not hold them all."""
 
 
-def lenet(recipes: list[str], quick: bool) -> Contest:
+def lenet(recipes: Recipes, quick: bool) -> Contest:
     """Contestants on random images."""
     rng = np.random.default_rng(0)
     batches = [
@@ -191,7 +193,7 @@ class Repeating(np.random.Generator):
 
 
 def gpt(
-    recipes: list[str], quick: bool, activations: FloatName, part: str, captured: bool
+    recipes: Recipes, quick: bool, activations: FloatName, part: str, captured: bool
 ) -> Contest:
     """Contestants on random tokens, or of these the captured and compiled ones."""
     rng, config = np.random.default_rng(0), GPTS[part]
@@ -236,7 +238,7 @@ class NoUpdate:
         pass
 
 
-def layers(recipes: list[str], quick: bool, activations: FloatName, width: int) -> Contest:
+def layers(recipes: Recipes, quick: bool, activations: FloatName, width: int) -> Contest:
     """Contestants with one block."""
     config = GPTConfig(vocab=64, context=1024, layers=1, heads=width // 128, width=width)
     rng = np.random.default_rng(0)
@@ -270,8 +272,8 @@ def layers(recipes: list[str], quick: bool, activations: FloatName, width: int) 
     )
 
 
-def main() -> None:
-    """Measure, print and write."""
+def main(recipes_of_all: Recipes = ()) -> None:
+    """Measure, print and write; these recipes, if any, instead of those of the command."""
     parser = options(__doc__, rounds=7, only=PARTS)
     parser.add_argument("--recipes", nargs="+", help="instead of those of each part")
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
@@ -282,7 +284,7 @@ def main() -> None:
     xp = cuda().xp
     works: list[tuple[str, Any, int, int]] = []
     for part in chosen.only:
-        recipes = chosen.recipes or RECIPES[part]
+        recipes = recipes_of_all or chosen.recipes or RECIPES[part]
         if part == "layers":
             works += [
                 (

@@ -19,6 +19,7 @@ import numpy as np
 
 import extensor as et
 from extensor.distributed import GatheredBuckets
+from extensor.distributed.packed import AXES
 from extensor.nn.recipe import apply_recipe
 from extensor.ops.recipe_operands import make_operands, version_of
 
@@ -30,7 +31,6 @@ ROWS = 32
 WARM_UP = 3
 """Calls before the first that is timed: the third one of a captured step is replayed."""
 RECIPES = ("mxfp4_all", "nvfp4_nvidia", "mxfp8_nvidia")
-AXES = {"fprop.w": -1, "dgrad.w": -2}
 TOKENS = 16384
 """Rows that the products of operands are for."""
 

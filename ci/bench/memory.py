@@ -141,13 +141,10 @@ def on_cpu(recipe: str) -> list[dict[str, Any]]:
 def on_gpu(rounds: int) -> None:
     """Runs ``cuda_step``'s block of width 4096 with inputs packed, and kept as they are."""
     from ci.bench import cuda_step
-    from extensor.quant import recipes
 
     kept = replace(get_recipe("mxfp4_all"), name="mxfp4_all, inputs kept", saved_input="input")
-    recipes.RECIPES = {**recipes.RECIPES, kept.name: kept}  # type: ignore[assignment]
-    only = ["--only", "layers", "--recipes", "mxfp4_all", kept.name, "mxfp8_rebased"]
-    sys.argv[1:] = [*only, "--rounds", str(rounds), "--activations", "bfloat16"]
-    cuda_step.main()
+    sys.argv[1:] = ["--only", "layers", "--rounds", str(rounds), "--activations", "bfloat16"]
+    cuda_step.main(["mxfp4_all", kept, "mxfp8_rebased"])
 
 
 def main() -> None:

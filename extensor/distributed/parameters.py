@@ -41,7 +41,7 @@ class GatheredBuckets(ShardedBuckets):
 
     All ranks must run the model as often, and in the same order. Where they do not, as in an
     evaluation that ranks divide, `hold` the parameters. A module that reads parameters of parts
-    that it does not call names these parts in ``reads_weights``.
+    that it does not call names these parts in `Module.reads_weights`.
 
     Args:
         model: whose parameters, of one device, are shared by ``ranks``.
@@ -85,10 +85,7 @@ class GatheredBuckets(ShardedBuckets):
         self._layers: dict[int, list[GemmLayer]] = {}
         self._handles = {key: _Handle(self, param) for key, param in _by_id(params).items()}
         for module in model.modules():
-            read = [
-                module,
-                *(getattr(module, name) for name in getattr(module, "reads_weights", ())),
-            ]
+            read = [module, *(getattr(module, name) for name in module.reads_weights)]
             own = [v for each in read for v in vars(each).values() if id(v) in self._of]
             owners.update(map(id, own))
             if own:

@@ -41,6 +41,8 @@ class Module:
         role: ``"embedding"`` or ``"head"``, by which rules of recipes match the layer; else None.
         feeds_layers: names of the module's norms whose results only layers with GEMMs read. A
             recipe with bfloat16 activations rounds these results.
+        reads_weights: names of parts whose parameters forward reads without calling the parts:
+            where ranks share a model, its parameters are gathered for that (`GatheredBuckets`).
         storage: how what its operations keep for backward is stored, by `Recipe.saved`; else None.
         recomputed: whether its forward is a `checkpoint`: run again in backward. "cheap": what its
             operations can make from what they keep, without a product, is made again alone.
@@ -55,6 +57,7 @@ class Module:
     training: bool = True
     role: str | None = None
     feeds_layers: tuple[str, ...] = ()
+    reads_weights: tuple[str, ...] = ()
     storage: Storage | None = None
     recomputed: bool | Literal["cheap"] = False
     _hooks: tuple[Hook, ...] = ()

@@ -163,7 +163,7 @@ class QuantizedModule(nn.Module, Ticking):
 
 
 def _is_in_graph(x: Any) -> bool:
-    """Whether torch.fx traces the call."""
+    """Whether torch.fx traces the call: x, which is declared a tensor, is none then."""
     return isinstance(x, Proxy)
 
 

@@ -43,7 +43,7 @@ from extensor_cuda.matmul import fused, tuned
 from extensor_cuda.matmul.expand import expand, largest_scale
 from extensor_cuda.matmul.operand import GemmOperand, Part, Prepared, Scale
 from extensor_cuda.matmul.rebase import held_by
-from extensor_cuda.quantize import input_gap
+from extensor_cuda.quantize import dialect_gap, input_gap
 from extensor_cuda.runtime import driver
 from extensor_cuda.runtime.counters import Counters, OperandCounts
 from extensor_cuda.runtime.memory import lasting
@@ -252,10 +252,14 @@ def packed_operand(q: QuantArray, work: int, xp: Any) -> GemmOperand | Unsupport
 
     It is refused where `prepare` would refuse the matrix in float32, for the product's ``work``.
     """
+    if (gap := dialect_gap(q.spec)) is not None:
+        return gap
     capability = driver.capability(xp.cuda.runtime.getDevice())
     plans = fused.spec_for(q.spec, "float32", q.shape), quantizer.plan_of(q.spec, q.shape)
     refused = None
     for way, plan in zip((FUSED, EXPANDED), plans, strict=True):
+        if way is FUSED and q.shape[1] * 4 % 16:
+            continue  # `fused.supports` wants rows of multiples of 16 bytes
         gap = plan if isinstance(plan, Unsupported) else tuned.refusal(way.name, work, capability)
         if gap is None:
             return PackedMatrix(q, xp.zeros(2, dtype=np.uint32), xp).operand()

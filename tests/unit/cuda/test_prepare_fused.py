@@ -265,13 +265,14 @@ def test_packed_columns_become_the_operand_that_was_not_packed(xp: Any, dtype: s
 @pytest.mark.parametrize("axis", [1, 0])
 @pytest.mark.parametrize(
     "spec", [*(QuantSpec(name) for name in ("mxfp4", *WIDE_FORMATS, "mxfp6_e2m3", "nvfp4")),
-             QuantSpec("nvfp4", tile=(16, 16))], ids=str
+             QuantSpec("nvfp4", tile=(16, 16)), QuantSpec("mxfp4", dialect="torchao")], ids=str
 )  # fmt: skip
+@pytest.mark.parametrize("columns", [320, 322])
 def test_codes_that_are_there_become_the_operand_of_their_matrix(
-    xp: Any, monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, axis: int
+    xp: Any, monkeypatch: pytest.MonkeyPatch, spec: QuantSpec, columns: int, axis: int
 ) -> None:
     """In the same kind of operand, and refused for the same products."""
-    x, spec = data((224, 320), "float32", "normal"), spec.replace(axis=axis).resolve(2)
+    x, spec = data((224, columns), "float32", "normal"), spec.replace(axis=axis).resolve(2)
     q, _ = reference.quantize(x, spec)
     there = replace(q, **{name: xp.asarray(part) for name, part in q.parts.items()})
     least = {"fused": 1 << 10, "expanded": 1 << 20}
